@@ -34,9 +34,7 @@ _NAME = re.compile(
     re.ASCII,
 )
 _OF_EXPERTS = re.compile(r"\.(block_sparse_moe|mlp\.experts|mlp\.gate)\.")
-_SERVED = tuple(
-    part.rpartition(".")[2] for parts in (*PACKED_MODULES.values(), FUSED_MODULES) for part in parts
-)
+_PARTS = [part for parts in (*PACKED_MODULES.values(), FUSED_MODULES) for part in parts]
 _SPLIT = {part for parts in FUSED_MODULES.values() for part in parts}
 """Parts of a layer that have one matrix together in Phi 3."""
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
@@ -111,6 +109,7 @@ def _modules_of(part: str, stem: str, model: Mapping[str, tuple[int, ...]]) -> d
 def _check(shard: Shard, lora: LoraConfig, config: ModelConfig) -> dict[str, _Key]:
     """Layer, part and letter of each tensor by name; all of them are as the model wants them."""
     model = expected_tensors(config)
+    others = _SPLIT if config.family == "phi3" else FUSED_MODULES.keys()
     keys: dict[str, _Key] = {}
     for name, shape in shard.shapes.items():
         match = _NAME.fullmatch(name)
@@ -120,12 +119,13 @@ def _check(shard: Shard, lora: LoraConfig, config: ModelConfig) -> dict[str, _Ke
                 "routers aren't, those of attention are"
             )
         if match is None:
+            served = (part.rpartition(".")[2] for part in _PARTS if part not in others)
             raise ModelLoadError(
                 f"{shard.path} holds {name}, which isn't served: only lora_A and lora_B of "
-                f"{', '.join(_SERVED)} are"
+                f"{', '.join(served)} are"
             )
         module, layer, part, letter = match.groups()
-        if part in (_SPLIT if config.family == "phi3" else FUSED_MODULES):
+        if part in others:
             raise ModelLoadError(
                 f"{shard.path} holds {name}, but a {config.family} model has no such matrix: "
                 "they don't belong together"

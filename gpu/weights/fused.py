@@ -14,6 +14,7 @@ import numpy.typing as npt
 from gpu.weights.blocks import Numbers
 from gpu.weights.packed_modules import PACKED_MODULES
 from trioserve.model_files import ModelConfig
+from trioserve.protocol.errors import ModelLoadError
 
 FUSED_MODULES = {
     "self_attn.qkv_proj": PACKED_MODULES["qkv"],
@@ -28,16 +29,23 @@ def split_fused(
 ) -> dict[str, tuple[int, ...]]:
     """Return the names of a matrix's parts, in order, and their shapes.
 
-    Any other tensor is returned as it is, and so is one with other rows than ``expected``.
+    Any other tensor is returned as it is.
+
+    Raises:
+        ModelLoadError: The matrix has another shape than its ``expected`` parts together.
     """
     for fused, modules in FUSED_MODULES.items():
         if f".{fused}." not in name or not shape:
             continue
         parts = [name.replace(fused, module) for module in modules]
         shapes = [expected.get(part, (0,)) for part in parts]
-        num_rows = sum(each[0] for each in shapes)
-        if num_rows == shape[0] and all(each[1:] == shape[1:] for each in shapes):
-            return dict(zip(parts, shapes, strict=True))
+        wanted = (sum(each[0] for each in shapes), *shapes[0][1:])
+        if wanted != shape:
+            raise ModelLoadError(
+                f"{name} has the shape {list(shape)}, and config.json says {list(wanted)}: they "
+                "don't belong together"
+            )
+        return dict(zip(parts, shapes, strict=True))
     return {name: shape}
 
 

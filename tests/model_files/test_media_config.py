@@ -124,7 +124,7 @@ def test_fields_of_phi_4_may_be_missing(tmp_path: Path) -> None:
     assert (config.bos_token_id, {199999, 200020} <= set(config.eos_token_ids)) == (199999, True)
     assert files.media is not None
     assert files.media.token_ids == {"image": 200010, "audio": 200011}
-    assert (files.media.width, files.media.hears_beside_images) == (256, True)
+    assert (files.media.width, files.media.audio_depends_on_images) == (256, True)
 
 
 def test_names_of_the_decoder_s_tensors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +56,8 @@ def test_other_prompts_have_none() -> None:
         ({"size": 2**64}, "has size with a value that isn't JSON"),
         ({"size": "\ud800"}, "can't be written as JSON"),
         ({"size": [[[[1]]]]}, "is nested too deeply in size: at most 4 levels are read"),
-        ({"size": [0] * 10**6}, "has size with more values than 16384 bytes of JSON"),
+        ({"size": [0] * 10**6}, "has more values, with those of size, than 16384 bytes of JSON"),
+        ({"a": [0] * 9000, "b": [0] * 9000}, "has more values, with those of b, than 16384"),
         ({"size": "x" * MAX_ARGUMENT_BYTES}, "bytes as JSON: at most 16384 are read"),
         ({str(n): n for n in range(MAX_ARGUMENTS + 1)}, "has 65 arguments: at most 64 are read"),
     ],
@@ -70,6 +72,17 @@ def test_what_is_no_small_object_is_refused(given: Any, told: str) -> None:
             here = told.replace('"do_image_splitting": false', example)
             assert str(refused.value).startswith(f"{field} ")
             assert (told if field == "mm_processor_kwargs" else here) in str(refused.value)
+
+
+class Resampling(enum.IntEnum):
+    """Numbers as those of Pillow."""
+
+    CUBIC = 3
+
+
+def test_a_number_with_a_name_is_a_number() -> None:
+    prompt = TextPrompt("Hi", mm_processor_kwargs={"resample": Resampling.CUBIC})
+    assert media_arguments_of(prompt).processor == {"resample": 3}
 
 
 def test_an_object_that_holds_itself_is_refused() -> None:

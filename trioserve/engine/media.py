@@ -54,7 +54,7 @@ class ModelMedia:
             merge_size=media.merge_size,
             tokens_per_second=media.tokens_per_second,
             tokens_together=media.tokens_together,
-            hears_beside_images=media.hears_beside_images,
+            audio_depends_on_images=media.audio_depends_on_images,
         )
 
     def speech_reader(self, encoder: MediaEncoder) -> SpeechReader | None:

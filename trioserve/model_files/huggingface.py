@@ -91,6 +91,8 @@ def read_folder_config(folder: Path) -> ModelConfig:
     hidden_size = fields.integer("hidden_size")
     max_positions = fields.integer("max_position_embeddings")
     theta, scaling = _rope(fields, max_positions)
+    if scaling is not None and family == "phi3" and scaling.kind != "longrope":
+        raise ModelLoadError(f"{path}: RoPE scaling {scaling.kind!r} isn't served with Phi 3")
     if scaling is not None:
         max_positions = scaling.stretched(max_positions)
     rope_layers = _rope_layers(fields, family, num_layers)
@@ -190,8 +192,8 @@ def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None
     # Dynamic scaling starts at the training length, max_position_embeddings.
     original = max_positions
     if kind != "dynamic":
-        outer = fields.integer("original_max_position_embeddings", max_positions)
-        original = rope.integer("original_max_position_embeddings", outer)
+        name = "original_max_position_embeddings"
+        original = fields.integer(name, rope.integer(name, max_positions))
     factor = None if rope.get("factor") is None else rope.number("factor", 1.0)
     if factor is None:
         if kind not in ("yarn", "longrope"):

@@ -141,7 +141,7 @@ class MediaConfig:
     tokens_together: int = 0
     """Number of an image's tokens, if each of them sees all others, so that one step has to compute
     them. 0 if each sees those before it only."""
-    hears_beside_images: bool = False
+    audio_depends_on_images: bool = False
     """True if audio has other embeddings in a prompt with images."""
 
 
@@ -210,7 +210,7 @@ def _read_phi4(fields: Fields, width: int) -> MediaConfig:
         of_tower = Fields(fields.path, written if isinstance(written, dict) else {}, {})
         token_ids[kind] = of_tower.integer(f"{kind}_token_id", _PHI4_TOKENS[kind])
     return MediaConfig(
-        architecture=_PHI4, width=width, token_ids=token_ids, hears_beside_images=True
+        architecture=_PHI4, width=width, token_ids=token_ids, audio_depends_on_images=True
     )
 
 

@@ -84,6 +84,11 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
         values = text_values(path, values)
     fields = Fields(path, values, {})
     architecture = architecture_of(values)
+    if reads_media(values) and other_decoder(values) is None:
+        raise ModelLoadError(
+            f"{path}: transformers doesn't compute the decoder of {architecture} here: leave out "
+            "--model-impl"
+        )
     if architecture is None or not is_other_decoder(values):
         raise ModelLoadError(
             f"{path}: {architecture or 'a model without an architecture'} isn't served; of those "

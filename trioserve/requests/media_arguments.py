@@ -29,7 +29,6 @@ MAX_ARGUMENT_DEPTH = 4
 """Most lists and objects in one another, that of the field included."""
 MAX_SHOWN_NAMES = 8
 MAX_SHOWN_CHARACTERS = 64
-_INTEGERS = range(-(2**63), 2**64)
 
 
 @attrs.frozen(kw_only=True)
@@ -46,6 +45,10 @@ class MediaArguments:
 
     def __bool__(self) -> bool:
         return bool(self.processor or self.reading)
+
+    def for_kind(self, kind: str) -> MediaArguments:
+        """Return those that count for media of a kind."""
+        return self if kind == "video" else attrs.evolve(self, reading={})
 
     @property
     def param(self) -> str:
@@ -97,10 +100,11 @@ def _as_arguments(field: str, given: object, example: str) -> dict[str, Any]:
         raise _refuse(field, f"must be an object, as in {example}; got {type(given).__name__}")
     if len(given) > MAX_ARGUMENTS:
         raise _refuse(field, f"has {len(given)} arguments: at most {MAX_ARGUMENTS} are read")
+    num_values = 0
     for name, value in given.items():
         if not isinstance(name, str) or not name.isprintable():
             raise _refuse(field, "must have names that are printable strings")
-        _check_value(field, name, value)
+        num_values += _check_value(field, name, value, MAX_ARGUMENT_BYTES - num_values)
     try:
         encoded = msgspec.json.encode(dict(given))
     except (TypeError, ValueError) as error:  # such as text that isn't Unicode
@@ -113,31 +117,34 @@ def _as_arguments(field: str, given: object, example: str) -> dict[str, Any]:
     return found
 
 
-def _check_value(field: str, name: str, value: object) -> None:
-    """Refuse a value that is nested too deeply or isn't JSON.
+def _check_value(field: str, name: str, value: object, most: int) -> int:
+    """Return the number of values in an argument, which isn't nested too deeply, and is JSON.
 
     Raises:
-        InvalidRequest: It is.
+        InvalidRequest: It isn't so, or there are more than ``most``.
     """
     level: list[object] = [value]
+    count = 1
     for _ in range(MAX_ARGUMENT_DEPTH):
         below: list[object] = []
         for each in level:
             if not _is_json(each):
                 raise _refuse(field, f"has {name} with a value that isn't JSON")
             below += _items(each)
-            if len(below) > MAX_ARGUMENT_BYTES:
+            if count + len(below) > most:
                 raise _refuse(
                     field,
-                    f"has {name} with more values than {MAX_ARGUMENT_BYTES} bytes of JSON, the "
-                    "most that are read",
+                    f"has more values, with those of {name}, than {MAX_ARGUMENT_BYTES} bytes of "
+                    "JSON, the most that are read",
                 )
+        count += len(below)
         level = below
     if level:
         raise _refuse(
             field,
             f"is nested too deeply in {name}: at most {MAX_ARGUMENT_DEPTH} levels are read",
         )
+    return count
 
 
 def _is_json(value: object) -> bool:
@@ -146,7 +153,7 @@ def _is_json(value: object) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, int):
-        return value in _INTEGERS
+        return -(2**63) <= value < 2**64  # what msgspec writes
     return value is None or isinstance(value, (str, list, tuple))
 
 

@@ -10,6 +10,16 @@ from typing import Any
 import torch
 
 
+def let_patches_see_each_other(model: Any) -> None:
+    """Make the attention of the tower for images that of all patches.
+
+    transformers 5.23 declares it causal, and leaves out the mask that would correct that for an
+    image without padding. The tower computes such an image as it does beside one with padding.
+    """
+    for layer in model.embed_tokens_extend.image_embed.img_processor.encoder.layers:
+        layer.self_attn.is_causal = False
+
+
 def phi4_features(
     model: Any,
     image_pixel_values: torch.Tensor | None = None,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu.models.media.phi4 import phi4_features
+from gpu.models.media.phi4 import let_patches_see_each_other, phi4_features
 from gpu.models.media.qwen2_audio import qwen2_audio_features
 from gpu.models.part_reading import read_part
 from trioserve.model_files import ModelFiles
@@ -74,6 +74,7 @@ class MediaTower:
 def _features_of(model: Any) -> Callable[..., Any]:
     """Return the function of a model without its head that computes embeddings of a medium."""
     if hasattr(model, "embed_tokens_extend"):
+        let_patches_see_each_other(model)
         return functools.partial(phi4_features, model)
     for name in ("get_image_features", "get_audio_features"):
         if hasattr(model, name):

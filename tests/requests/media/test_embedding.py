@@ -299,7 +299,9 @@ async def test_a_clip_may_have_other_embeddings_beside_images(
     class AnyReader:
         """A reader of images and clips whose content is their source."""
 
-        async def read_all(self, parts: Sequence[tuple[str, MediaPart]]) -> list[ProcessedMedia]:
+        async def read_all(
+            self, parts: Sequence[tuple[str, MediaPart]], arguments: MediaArguments
+        ) -> list[ProcessedMedia]:
             return [
                 ProcessedMedia(part.kind, cast(bytes, part.source), [7, 7], {}, 2)
                 for _, part in parts
@@ -315,7 +317,7 @@ async def test_a_clip_may_have_other_embeddings_beside_images(
         embedder(cast(Worker, SimpleNamespace(call=call))),
         reader=cast(MediaReader, AnyReader()),
         placeholders={"image": 7, "audio": 8},
-        hears_beside_images=True,
+        audio_depends_on_images=True,
     )
     clip, image = ("clip", AudioPart(b"clip")), ("image", ImagePart(b"image"))
     (alone,) = await media.embed([clip])
@@ -328,7 +330,7 @@ async def test_a_clip_may_have_other_embeddings_beside_images(
     (_, again) = await media.embed([image, clip])
     assert again.digest == beside.digest
     assert len(calls) == 3
-    (found, _) = await attrs.evolve(media, hears_beside_images=False).embed([clip, image])
+    (found, _) = await attrs.evolve(media, audio_depends_on_images=False).embed([clip, image])
     assert found.digest == alone.digest
 
 

@@ -17,6 +17,7 @@ from tests.support.tiny_processors import (
     idefics3,
     llava,
     llava_onevision,
+    phi4,
     qwen2_vl,
     smolvlm,
     whisper,
@@ -25,10 +26,10 @@ from tests.support.video_files import video
 from trioserve.config.media import MediaOptions
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.media.parts import ImagePart, VideoPart
-from trioserve.requests.media.processor_arguments import ArrayForms, OwnArguments
+from trioserve.requests.media.processor_arguments import ArrayForms, PartArguments
 from trioserve.requests.media.processors import MediaProcessor, ProcessedPart
 from trioserve.requests.media.reader import MAX_ARRAY_BYTES, MediaReader, open_media_reader
-from trioserve.requests.media.refusals import ArgumentsRefused
+from trioserve.requests.media.refusals import ArgumentsRefused, Refused
 from trioserve.requests.media.videos import Video
 from trioserve.requests.media_arguments import MediaArguments
 
@@ -38,14 +39,14 @@ CHANGES: list[tuple[Callable[[Path], Any], dict[str, Any]]] = [
     (idefics3, WHOLE),
     (smolvlm, {"size": {"longest_edge": 32}}),
     (llava, {"image_mean": MEAN, "resample": 0}),
-    (llava_onevision, {"image_grid_pinpoints": [[32, 32]]}),
+    (llava_onevision, {"image_mean": MEAN}),
     (gemma3, {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20}),
     (qwen2_vl, {"max_pixels": 2 * 28 * 28, "min_pixels": 28 * 28}),
 ]
 
 
-def own(max_array_bytes: int = MAX_ARRAY_BYTES, **given: Any) -> OwnArguments:
-    return OwnArguments(given=given, max_array_bytes=max_array_bytes)
+def own(max_array_bytes: int = MAX_ARRAY_BYTES, **given: Any) -> PartArguments:
+    return PartArguments(given=given, max_array_bytes=max_array_bytes)
 
 
 def assert_equal(part: ProcessedPart, other: ProcessedPart) -> None:
@@ -171,12 +172,40 @@ def test_what_the_weights_say_is_no_argument_of_a_request(tmp_path: Path) -> Non
         processor.check(own(**given))
 
 
+def test_a_part_that_is_refused_anyway_is_not_the_fault_of_arguments(tmp_path: Path) -> None:
+    phi4(tmp_path)
+    processor = MediaProcessor(str(tmp_path), {})
+    with pytest.raises(Refused, match="aspect ratio of 2 x 180 pixels") as refused:
+        processor.of_image(noise(2, 180), own(dynamic_hd=8))
+    assert not isinstance(refused.value, ArgumentsRefused)
+    with pytest.raises(ArgumentsRefused, match=r"with mm_processor_kwargs \(resample\): .* be 3"):
+        processor.of_image(noise(40, 30), own(resample=2))
+
+
+def test_arguments_do_not_tell_how_long_a_clip_is(tmp_path: Path) -> None:
+    phi4(tmp_path)
+    processor = MediaProcessor(str(tmp_path), {})
+    for seconds in (1, 3):
+        samples = np.ones(seconds * processor.sample_rate, np.float32)
+        part = processor.of_audio(samples, own(dynamic_hd=8))
+        assert_equal(part, processor.of_audio(samples))
+
+
+def test_the_grid_of_tiles_is_that_of_the_tower(tmp_path: Path) -> None:
+    llava_onevision(tmp_path)
+    given = {"image_grid_pinpoints": [[2304, 2304]], "crop_size": {"height": 8, "width": 8}}
+    with pytest.raises(ArgumentsRefused, match="has crop_size, image_grid_pinpoints; "):
+        MediaProcessor(str(tmp_path), {}).check(own(**given))
+
+
 def test_arrays_are_bounded(tmp_path: Path) -> None:
     idefics3(tmp_path)
     processor, image = MediaProcessor(str(tmp_path), {}), noise(40, 30)
     large = {"size": {"longest_edge": 256}}
     size = sum(each.nbytes for each in processor.of_image(image, own(**large)).arrays.values())
-    with pytest.raises(ArgumentsRefused, match=f"arrays of {size} bytes .* may have {size - 1}$"):
+    with pytest.raises(
+        ArgumentsRefused, match=f"arrays of {size} bytes .* {size - 1} are left for"
+    ):
         processor.of_image(image, own(size - 1, **large))
 
 
@@ -225,10 +254,14 @@ async def test_large_arrays_and_bombs_cost_their_own_part_only(
         monkeypatch.setattr("trioserve.requests.media.reader.MAX_ARRAY_BYTES", 2 * size + 1)
         assert len(await reader.read_all([("images[0]", image)] * 2, arguments)) == 2
         three = [("images[0]", image)] * 3
-        with pytest.raises(InvalidRequest, match=f"may have {(2 * size + 1) // 3}") as raised:
+        with pytest.raises(InvalidRequest, match="and 1 are left for this part") as raised:
             await reader.read_all(three, arguments)
         assert raised.value.param == "mm_processor_kwargs"
-        assert len(await reader.read_all(three)) == 3
+        for few in (MediaArguments(), MediaArguments(reading={"video": {"num_frames": 2}})):
+            assert len(await reader.read_all(three, few)) == 3
+        more = MediaArguments(reading={"video": {"num_frames": 33}})
+        with pytest.raises(InvalidRequest, match="and 1 are left for this part") as raised:
+            await reader.read_all(three, more)
 
 
 async def test_a_digest_tells_the_arguments_of_requests_apart() -> None:

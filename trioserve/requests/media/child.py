@@ -31,7 +31,7 @@ from trioserve.protocol.frames import framed, read_bytes, read_frame
 from trioserve.requests.media.audio import DEFAULT_RATE, decode_audio
 from trioserve.requests.media.images import decode_image, image_of_pixels, import_decoders
 from trioserve.requests.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
-from trioserve.requests.media.processor_arguments import Arrays, OwnArguments
+from trioserve.requests.media.processor_arguments import Arrays, PartArguments
 from trioserve.requests.media.processors import MediaProcessor, ProcessedPart
 from trioserve.requests.media.refusals import ArgumentsRefused, Refused
 from trioserve.requests.media.videos import decode_video
@@ -136,9 +136,9 @@ class PartReader:
 
     def _read(self, job: MediaJob, payload: bytes) -> tuple[bytes, ProcessedPart]:
         processor, setup = self._processor if job.is_processed else None, self._setup
-        own = OwnArguments(given=job.arguments, max_array_bytes=job.max_array_bytes)
+        asked = PartArguments(given=job.arguments, max_array_bytes=job.max_array_bytes)
         if processor is not None:
-            processor.check(own)
+            processor.check(asked)
         if job.kind == "audio":
             rate = DEFAULT_RATE if self._processor is None else self._processor.sample_rate
             if job.encoding == "samples":
@@ -148,9 +148,9 @@ class PartReader:
             digest = self._digest(job, [rate], samples.data)
             if processor is None:
                 return digest, ProcessedPart([], 0, {"samples": samples})
-            return digest, processor.of_audio(samples, own)
+            return digest, processor.of_audio(samples, asked)
         if job.kind == "video":
-            return self._read_video(job, self._file(job, payload), processor, own)
+            return self._read_video(job, self._file(job, payload), processor, asked)
         if job.encoding == "pixels":
             image = image_of_pixels(job.mode, job.width, job.height, payload, setup.max_pixels)
         else:
@@ -158,10 +158,10 @@ class PartReader:
         digest = self._digest(job, image.size, image.tobytes())
         if processor is None:
             return digest, ProcessedPart([], 0, {"pixels": np.asarray(image)})
-        return digest, processor.of_image(image, own)
+        return digest, processor.of_image(image, asked)
 
     def _read_video(
-        self, job: MediaJob, file: bytes, processor: MediaProcessor | None, own: OwnArguments
+        self, job: MediaJob, file: bytes, processor: MediaProcessor | None, asked: PartArguments
     ) -> tuple[bytes, ProcessedPart]:
         video = decode_video(
             file,
@@ -172,7 +172,7 @@ class PartReader:
         )
         digest = self._digest(job, [job.fps, job.num_frames], file)
         if processor is not None:
-            return digest, processor.of_video(video, own)
+            return digest, processor.of_video(video, asked)
         times, images = zip(*video.frames, strict=True)
         arrays = {"seconds": np.array(times), "pixels": np.stack(images)}
         return digest, ProcessedPart([], 0, arrays)

@@ -47,7 +47,7 @@ class MediaEmbedder:
             has to know how its embeddings lie; 0 if not.
         tokens_per_second: Rotary positions for each second of a video; 0 if a frame takes one.
         tokens_together: Tokens of an image, if each of them sees all others; 0 if not.
-        hears_beside_images: True if audio has other embeddings in a prompt with images.
+        audio_depends_on_images: True if audio has other embeddings in a prompt with images.
     """
 
     reader: MediaReader
@@ -59,7 +59,7 @@ class MediaEmbedder:
     merge_size: int = 0
     tokens_per_second: int = 0
     tokens_together: int = 0
-    hears_beside_images: bool = False
+    audio_depends_on_images: bool = False
     _prompts: trio.CapacityLimiter = attrs.field(
         init=False, factory=lambda: trio.CapacityLimiter(MAX_PROMPTS)
     )
@@ -102,13 +102,14 @@ class MediaEmbedder:
             try:
                 return await self._embedded(each, given[index][0])
             except InvalidRequest as error:
-                if not arguments.processor:
+                about = arguments.for_kind(each.kind)
+                if not about:
                     raise
-                raise InvalidRequest(f"{error}, with {arguments}", param=arguments.param) from None
+                raise InvalidRequest(f"{error}, with {about}", param=about.param) from None
 
         async with self._permits_of(arguments), self._prompts:
             processed = await self.reader.read_all(given, arguments)
-            if self.hears_beside_images and any(each.kind == "image" for each in processed):
+            if self.audio_depends_on_images and any(each.kind == "image" for each in processed):
                 processed = [_beside_images(each) for each in processed]
             for each in processed:
                 self.metrics.media_bytes[each.kind] += each.num_bytes
@@ -159,7 +160,7 @@ class MediaEmbedder:
         if grid is not None and grid.num_positions > wanted:
             raise InvalidRequest(
                 f"{name}: the video's {wanted} tokens are too few for the {grid.num_positions} "
-                "positions that its seconds take: --media-io-kwargs can have more frames taken",
+                "positions that its seconds take: media_io_kwargs can have more frames taken",
                 param=name,
             )
         return EmbeddedMedia(

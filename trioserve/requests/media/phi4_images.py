@@ -19,6 +19,8 @@ Pixels = npt.NDArray[np.uint8]
 _MIN_SIDE = 10
 """Fewest pixels of a side of the resized image."""
 _WHITE = 255
+_CUBIC_RESAMPLING = 3
+"""Pillow's number of cubic interpolation."""
 _CUBIC = -0.75
 """Parameter of the cubic kernel, as torch has it."""
 
@@ -40,7 +42,7 @@ def image_processor_class() -> Any:
         dynamic_hd: int
 
     class Phi4MultimodalImageProcessorPil(PilBackend):
-        """Maker of crops. transformers finds it by its name without the last syllable."""
+        """Image processor of Phi-4; transformers finds it by its name without ``Pil``."""
 
         valid_kwargs = Phi4ImageArguments
         model_input_names = ["image_pixel_values", "image_sizes", "image_attention_mask"]  # noqa: RUF012
@@ -67,15 +69,18 @@ def arrays_of(images: Sequence[Pixels], settings: Mapping[str, Any]) -> dict[str
 
     Args:
         images: The images.
-        settings: ``size``, ``patch_size``, ``dynamic_hd`` (the most crops), and those of the
-            numbers that the tower takes.
+        settings: ``size``, ``resample``, ``patch_size``, ``dynamic_hd`` (most crops), and those of
+            the numbers that the tower takes.
 
     Raises:
-        ValueError: An image is too long for its width, or the size isn't a square.
+        ValueError: An image is too long for its width, the size isn't a square, or the small copy
+            isn't to be resized by cubic interpolation.
     """
     side = settings["size"].height
     if side is None or side != settings["size"].width:
         raise ValueError("the size has to be a square")
+    if settings["resample"] != _CUBIC_RESAMPLING:
+        raise ValueError(f"resample has to be {_CUBIC_RESAMPLING}")
     found = [_crops_of(image, side, settings) for image in images]
     most = max(len(crops) for crops, _, _ in found)
     # Crops that a smaller image doesn't have are black, and its tower leaves them out.
@@ -166,7 +171,7 @@ def _count_tokens(mask: Floats, grid: tuple[int, int]) -> int:
 
 
 def _padded(crops: Floats, most: int, number: int) -> Floats:
-    """Return ``most`` crops, of which those that there weren't have but one ``number``."""
+    """Return ``crops`` filled up to ``most``; added ones hold ``number``."""
     added = np.full((most - len(crops), *crops.shape[1:]), number, np.float32)
     return np.concatenate([crops, added])
 

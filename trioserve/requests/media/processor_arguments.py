@@ -1,6 +1,6 @@
-"""Arguments of calls of a model's processor, and the arrays that it may make with a request's own.
+"""Arguments of calls of a model's processor, and the arrays that it may make with a request's.
 
-All but names is checked in a child process.
+Values and arrays are checked in a child process.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from trioserve.config.media import PROCESSOR_ARGUMENTS
 from trioserve.requests.media.refusals import ArgumentsRefused
 from trioserve.requests.media_arguments import MediaArguments, shown_names
 
-_OWN_ARGUMENTS = frozenset(
+_CALLER_ARGUMENTS = frozenset(
     (
         *("self", "return_tensors", "sampling_rate", "device", "raw_speech"),
         "load_audio_backend",  # a library that would read a file
     )
 )
 """Arguments that only the caller of a processor gives."""
-_OF_TOWER = frozenset(("patch_size", "temporal_patch_size", "merge_size"))
-"""Arguments that a request can't give: the tower's weights say what they are."""
+_OF_TOWER = frozenset(
+    (
+        *("patch_size", "temporal_patch_size", "merge_size"),
+        *("image_grid_pinpoints", "crop_size"),
+    )
+)
+"""Arguments that a request can't give: the tower's weights or configuration say what they are."""
 _MAX_CHARACTERS = 300
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -33,7 +38,7 @@ Form = tuple[str, int, tuple[int, ...]]
 
 
 @attrs.frozen(kw_only=True)
-class OwnArguments:
+class PartArguments:
     """The arguments that a request has for a part; false if it has none.
 
     Attributes:
@@ -77,7 +82,7 @@ class KnownArguments:
                 for name, each in inspect.signature(extractor.__call__).parameters.items()
                 if each.kind is not inspect.Parameter.VAR_KEYWORD
             }
-        self.names = frozenset(names - _OWN_ARGUMENTS)
+        self.names = frozenset(names - _CALLER_ARGUMENTS)
         self.request_names = self.names - _OF_TOWER
 
     def check_values(self, given: Mapping[str, Any]) -> None:
@@ -141,43 +146,44 @@ class ArrayForms:
 
     @classmethod
     def of(cls, arrays: Arrays) -> ArrayForms:
-        """Return those of the arrays of some part."""
+        """Return the forms of the arrays of some part."""
         return cls({name: _form(array) for name, array in arrays.items()})
 
-    def check(self, arrays: Arrays, own: OwnArguments) -> None:
+    def check(self, arrays: Arrays, asked: PartArguments) -> None:
         """Refuse other arrays, too large ones, and numbers that aren't finite.
 
         Args:
             arrays: Arrays made with the request's arguments.
-            own: The arguments.
+            asked: The arguments.
 
         Raises:
-            ArgumentsRefused: They are such.
+            ArgumentsRefused: One of these is there.
         """
         num_bytes = sum(array.nbytes for array in arrays.values())
-        if num_bytes > own.max_array_bytes:
+        if num_bytes > asked.max_array_bytes:
             raise ArgumentsRefused(
-                f"the processor makes arrays of {num_bytes} bytes with {own}, and those of a part "
-                f"of this prompt may have {own.max_array_bytes}"
+                f"the processor makes arrays of {num_bytes} bytes with {asked}, and "
+                f"{asked.max_array_bytes} are left for this part of the prompt"
             )
         others = arrays.keys() ^ self._forms.keys()
         if others:
             raise ArgumentsRefused(
                 f"the model takes {shown_names(self._forms)}, and the processor gives "
-                f"{shown_names(arrays)} with {own}"
+                f"{shown_names(arrays)} with {asked}"
             )
         for name, array in arrays.items():
             if _form(array) != self._forms[name]:
                 raise ArgumentsRefused(
                     f"the model takes {name} as {_shown_form(self._forms[name])}, and the "
-                    f"processor gives {_shown_form(_form(array))} with {own}"
+                    f"processor gives {_shown_form(_form(array))} with {asked}"
                 )
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise ArgumentsRefused(f"the processor gives no finite numbers with {own}")
+                raise ArgumentsRefused(f"the processor gives no finite numbers with {asked}")
 
 
 def _form(array: np.ndarray[Any, Any]) -> Form:
-    inner = max(array.ndim - 2, 1)
+    # The frames of a spectrogram [1, frames, mels] are as many as the clip is long.
+    inner = 2 if array.ndim == 3 else max(array.ndim - 2, 1)
     return array.dtype.name, array.ndim, array.shape[inner:]
 
 

@@ -6,7 +6,7 @@ It runs in a child process, which alone imports transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from trioserve.requests.media.processor_arguments import (
     ArrayForms,
     Arrays,
     KnownArguments,
-    OwnArguments,
+    PartArguments,
     shown_error,
     unknown_arguments,
 )
@@ -44,7 +44,7 @@ _OF_TEXT = frozenset(
 )
 """Entries of a processor's result that belong to the text."""
 _TRIAL_SIZE = (64, 64)
-NONE = OwnArguments()
+NOTHING_ASKED = PartArguments()
 
 
 @attrs.frozen
@@ -107,15 +107,15 @@ class MediaProcessor:
         """Names of the arguments that a request may give."""
         return self._known.request_names
 
-    def check(self, own: OwnArguments) -> None:
+    def check(self, asked: PartArguments) -> None:
         """Refuse a request's arguments of unknown names or wrong types.
 
         Raises:
-            ArgumentsRefused: One is such.
+            ArgumentsRefused: There is one.
         """
-        self._known.check_values(own.given)
+        self._known.check_values(asked.given)
 
-    def of_image(self, image: Image, own: OwnArguments = NONE) -> ProcessedPart:
+    def of_image(self, image: Image, asked: PartArguments = NOTHING_ASKED) -> ProcessedPart:
         """Return the result for an RGB image.
 
         Raises:
@@ -123,9 +123,9 @@ class MediaProcessor:
         """
         if not self.reads_images:
             raise Refused("the model reads no images")
-        return self._call("image", {"images": [image]}, {}, own)
+        return self._call("image", {"images": [image]}, {}, asked)
 
-    def of_audio(self, samples: Samples, own: OwnArguments = NONE) -> ProcessedPart:
+    def of_audio(self, samples: Samples, asked: PartArguments = NOTHING_ASKED) -> ProcessedPart:
         """Return the result for samples of :attr:`sample_rate`.
 
         Raises:
@@ -135,15 +135,14 @@ class MediaProcessor:
             raise Refused("the model reads no audio")
         rate = {"sampling_rate": self.sample_rate}
         if getattr(self._processor, "audio_token", None) is None:
-            given = {**self._arguments, **own.given}
             return self._result(
-                lambda: self._extractor(samples, return_tensors="np", **rate, **given),
+                lambda given: self._extractor(samples, return_tensors="np", **rate, **given),
                 "audio",
-                own,
+                asked,
             )
         self._check_seconds(len(samples) / self.sample_rate)
         # The processors of some families make torch's tensors only.
-        return self._call("audio", {"audio": [samples]}, {**rate, "return_tensors": "pt"}, own)
+        return self._call("audio", {"audio": [samples]}, {**rate, "return_tensors": "pt"}, asked)
 
     def _check_seconds(self, seconds: float) -> None:
         """Refuse a clip that the processor would cut."""
@@ -152,7 +151,7 @@ class MediaProcessor:
         if seconds > most:
             raise Refused(f"the audio has {seconds:.1f} seconds, and the model hears {most:g}")
 
-    def of_video(self, video: Video, own: OwnArguments = NONE) -> ProcessedPart:
+    def of_video(self, video: Video, asked: PartArguments = NOTHING_ASKED) -> ProcessedPart:
         """Return the result for a video.
 
         Raises:
@@ -161,31 +160,35 @@ class MediaProcessor:
         frames = self._frames
         if frames is None:
             raise Refused("the model reads no videos")
-        given = {**self._arguments, **own.given}
-        return self._result(lambda: frames(video, given), "video", own, frames.token_kind)
+        return self._result(lambda given: frames(video, given), "video", asked, frames.token_kind)
 
     def _call(
-        self, kind: str, media: dict[str, Any], more: dict[str, Any], own: OwnArguments
+        self, kind: str, media: dict[str, Any], more: dict[str, Any], asked: PartArguments
     ) -> ProcessedPart:
         tokenizer = getattr(self._processor, "tokenizer", None)
-        given = {**media, "return_tensors": "np", **more, **self._arguments, **own.given}
+        given = {**media, "return_tensors": "np", **more}
         token = getattr(self._processor, f"{kind}_token", None)
         if tokenizer is None or token is None:
-            return self._result(lambda: self._processor(**given), kind, own)
+            return self._result(lambda added: self._processor(**{**given, **added}), kind, asked)
         given |= {"text": token, "add_special_tokens": False}
         if hasattr(self._processor, "full_image_sequence"):
             # Gemma 3 has line breaks around an image, which become tokens with what is beside them.
             given["return_text_replacement_offsets"] = True
-        found = self._result(lambda: self._processor(**given), kind, own)
+        found = self._result(lambda added: self._processor(**{**given, **added}), kind, asked)
         if not found.num_placeholder_tokens:
             raise Refused(f"the {kind} is too short or too small for the model")
         return found
 
     def _result(
-        self, call: Any, kind: str, own: OwnArguments, token_kind: str = ""
+        self,
+        call: Callable[[Mapping[str, Any]], Any],
+        kind: str,
+        asked: PartArguments,
+        token_kind: str = "",
     ) -> ProcessedPart:
+        """Return the result of a call with the arguments of the option and of the request."""
         try:
-            found = call()
+            found = call({**self._arguments, **asked.given})
             ids = [int(each) for each in np.asarray(found.get("input_ids", ())).reshape(-1)]
             arrays = {
                 name: np.asarray(value) for name, value in found.items() if name not in _OF_TEXT
@@ -194,18 +197,28 @@ class MediaProcessor:
             raise
         except Exception as error:  # Processors check their inputs in many ways.
             reason = f"the model's processor refuses the {kind}"
-            if own.given:
-                raise ArgumentsRefused(f"{reason} with {own}: {shown_error(error)}") from error
+            if asked.given and self._takes(call):
+                raise ArgumentsRefused(f"{reason} with {asked}: {shown_error(error)}") from error
             raise Refused(f"{reason}: {error}") from error
         for name, array in arrays.items():
             if array.dtype.kind not in "fiub":
                 raise Refused(f"the model's processor gives no numbers for {name}")
-        if own:
-            self._forms[kind].check(arrays, own)
+        if asked:
+            self._forms[kind].check(arrays, asked)
         token = self._placeholder_id(token_kind or kind)
         replaced = found.get("text_replacement_offsets")
         text = replaced[0][0]["replacement"] if replaced else found.get("text", "")
         return ProcessedPart(ids, ids.count(token), arrays, text)
+
+    def _takes(self, call: Callable[[Mapping[str, Any]], Any]) -> bool:
+        """Return True if the processor takes a part without the request's arguments."""
+        try:
+            call(self._arguments)
+        except MemoryError:
+            raise
+        except Exception:  # The part itself is refused.
+            return False
+        return True
 
     def _placeholder_id(self, kind: str) -> int:
         """Return the token whose embeddings come from the arrays, -1 without one."""

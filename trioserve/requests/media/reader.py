@@ -18,7 +18,7 @@ from trioserve.requests.media.child import MAX_SECONDS, memory_of
 from trioserve.requests.media.fetching import MediaFetcher
 from trioserve.requests.media.messages import MediaJob, MediaSetup
 from trioserve.requests.media.parts import URL_BEGINNINGS, MediaPart
-from trioserve.requests.media.pool import Array, MediaProcesses
+from trioserve.requests.media.pool import Array, MediaProcesses, num_processes
 from trioserve.requests.media.processor_arguments import unknown_arguments
 from trioserve.requests.media.sources import Payload, payload_of
 from trioserve.requests.media_arguments import NO_ARGUMENTS, MediaArguments
@@ -26,8 +26,7 @@ from trioserve.requests.media_arguments import NO_ARGUMENTS, MediaArguments
 MAX_READS = 16
 """Most parts that are fetched or read at a time; further ones wait."""
 MAX_ARRAY_BYTES = 512 << 20
-"""Most bytes of the arrays of a prompt's media that are made with the request's arguments. Each
-part has an equal share of them."""
+"""Most bytes of the arrays of a prompt's media that are made with the request's arguments."""
 
 
 @attrs.frozen(eq=False)
@@ -83,6 +82,8 @@ class MediaReader:
         """Names of the arguments that the processor takes."""
         self._setup = setup
         self._reads = trio.CapacityLimiter(MAX_READS)
+        # Others have a process left: a part may take all of its seconds because of an argument.
+        self._reads_with_arguments = trio.CapacityLimiter(max(num_processes() - 1, 1))
 
     def check_arguments(self, arguments: MediaArguments) -> None:
         """Refuse a request's arguments of names that the processor doesn't take.
@@ -118,6 +119,7 @@ class MediaReader:
                 the field of the arguments if they are the reason.
             EngineError: The reader is closed, or no process can be started.
         """
+        arguments = arguments.for_kind(part.kind)
         async with self._reads:
             payload = await self._payload(part, name)
             job = self._job(part.kind, payload, is_processed, arguments, max_array_bytes)
@@ -194,16 +196,37 @@ class MediaReader:
                     param=name,
                 )
 
-        # The arguments of an operator make arrays as large as the operator knows. Those of a client
-        # can make them as large as the memory of the processes.
-        most_bytes = MAX_ARRAY_BYTES // max(len(parts), 1) if arguments else 0
+        if self._may_enlarge(arguments):
+            return await self._read_in_turn(parts, arguments)
 
-        async def read(index: int, item: tuple[str, MediaPart]) -> ProcessedMedia:
-            return await self.read(
-                item[1], name=item[0], arguments=arguments, max_array_bytes=most_bytes
-            )
+        async def read(_: int, item: tuple[str, MediaPart]) -> ProcessedMedia:
+            return await self.read(item[1], name=item[0], arguments=arguments)
 
         return await all_together(read, parts)
+
+    def _may_enlarge(self, arguments: MediaArguments) -> bool:
+        """Return True if arrays may become larger by a request's arguments.
+
+        An operator knows how large they are without.
+        """
+        asked = self._sampling.with_arguments(arguments.reading)
+        more = asked.fps > self._sampling.fps or asked.num_frames > self._sampling.num_frames
+        return more or bool(arguments.processor)
+
+    async def _read_in_turn(
+        self, parts: Sequence[tuple[str, MediaPart]], arguments: MediaArguments
+    ) -> list[ProcessedMedia]:
+        """Return the parts of a prompt, of which each may have the bytes that are left."""
+        found: list[ProcessedMedia] = []
+        left = MAX_ARRAY_BYTES
+        async with self._reads_with_arguments:
+            for name, part in parts:
+                processed = await self.read(
+                    part, name=name, arguments=arguments, max_array_bytes=max(left, 1)
+                )
+                left -= sum(each.nbytes for each in processed.arrays.values())
+                found.append(processed)
+        return found
 
     async def check(self) -> None:
         """Start a process, and check that it can read media.
