@@ -19,7 +19,7 @@ from trioserve.testing.simulation.draw import FIRST_CLUSTERS
 FOUND_AT = {
     "drafts after a stop token are part of the output": 1002,
     "a beam that has lost its slot counts with its old continuations": 2297,
-    "pages are given away while another worker reads them": 3492,
+    "pages are given away while another worker reads them": 14294,
     "another page than the one that was asked for is handed over": 3150,
     "a page is given away on the host while it is written to the disk": 179,
     "a page on the host is given away before it is read": 91,
