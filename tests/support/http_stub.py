@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
 from typing import Any, cast
+from unittest import mock
 
 import attrs
 import httpx
 import msgspec
 import trio
+from quart.routing import QuartRule
 from quart_trio.testing import TrioClient
 
 from trioserve.config import EngineConfig, ServerConfig
@@ -262,8 +264,13 @@ def server_config(**options: Any) -> ServerConfig:
 
 
 def app_of(stub: StubEngine, **options: Any) -> App:
-    """Return the application over a stub."""
-    return create_app(as_engine(stub), server_config(**options))
+    """Return the application over a stub.
+
+    werkzeug compiles functions that build URLs of its routes. No route builds any, and they take
+    most of the time in which an application is made.
+    """
+    with mock.patch.object(QuartRule, "_compile_builder", return_value=lambda *_: None):
+        return create_app(as_engine(stub), server_config(**options))
 
 
 def client_of(stub: StubEngine, **options: Any) -> TrioClient:
